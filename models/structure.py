@@ -383,18 +383,24 @@ def _plan_of(path: str, module: nn.Module, dtype: torch.dtype) -> tuple[FFNPlan,
         _check_activation(path, act, small, linears)
         real = _linears(module)[down.name]
         plan = FFNPlan(path, gate, up, down.name, act, "", real.in_features, gate_scale, up_scale * out_scale)
-        call = find_activation(plan.act, small)
-        gate_FD, up_FD = (linears[rows.linear].weight[rows.of(len(linears[rows.linear].weight))] for rows in (gate, up))
-        close = 1e-9 if dtype == torch.float64 else 1e-4
-        for size, wrong in ((1.0, "its neurons depend on each other"), (1e4, "its gate or up is limited")):
-            read_TD = again_TD * size  # a limit of 7 or 10 shows only where gate and up are large
-            inner = call(gate_scale * (read_TD @ gate_FD.T)) * (read_TD @ up_FD.T)
-            expected = plan.down_scale * inner @ linears[down.name].weight.T
-            near = close * max(1.0, float(expected.abs().max()))
-            if not torch.allclose(expected, small(read_TD[None])[0], rtol=close, atol=near):
-                raise _Refused(f"{path}: {wrong}")
+        _compare(plan, small, again_TD, "its neurons depend on each other")
+        _compare(plan, small, 1e4 * again_TD, "its gate or up is limited")  # at 7 or 10, beyond usual values
         return replace(plan, activation=_name_of(act, find_activation(act.removeprefix("/"), small))), real.out_features
     raise _Refused(f"{path}: what its last matrix reads is not act(gate) * up")
+
+
+def _compare(plan: FFNPlan, small: nn.Module, x_TD: Tensor, wrong: str) -> None:
+    """Raise _Refused, with what is wrong, if the FFN does not give what its plan says."""
+    linears, act = _linears(small), find_activation(plan.act, small)
+    gate_FD, up_FD = (
+        linears[rows.linear].weight[rows.of(len(linears[rows.linear].weight))] for rows in (plan.gate, plan.up)
+    )
+    inner_TF = act(plan.gate_scale * (x_TD @ gate_FD.T)) * (x_TD @ up_FD.T)
+    expected = plan.down_scale * inner_TF @ linears[plan.down].weight.T
+    close = 1e-9 if x_TD.dtype == torch.float64 else 1e-4
+    near = close * max(1.0, float(expected.abs().max()))
+    if not torch.allclose(expected, small(x_TD[None])[0], rtol=close, atol=near):
+        raise _Refused(f"{plan.path}: {wrong}")
 
 
 def _check_activation(path: str, place: str, ffn: nn.Module, linears: Mapping[str, nn.Linear]) -> None:

@@ -20,7 +20,7 @@ from models.checkpoint.folder import expand_user
 from models.config import GLOBAL_POOL, PER_LAYER, MoEShape, is_on_host, setting_word
 from models.decoder import Decoder
 from models.finding import source_decoder
-from models.source import explained_config
+from models.source import config_folder, explained_config
 from models.targets.base import ALIGNMENT, MoETarget, expert_width, long_texts
 from models.targets.config import check_target
 from pipeline.advice import SYNONYMS, other_values, presets_like
@@ -32,7 +32,7 @@ from stages.accumulators.redis_connection import check_store
 from stages.artifacts.job import find_workers
 from stages.diagnose.config import CHECKS
 from stages.evaluate.config import POOL_BASELINES, EvaluateConfig
-from stages.text.check import check_data, check_length, check_training
+from stages.text.check import check_data, check_length, check_template, check_training
 from stages.text.config import DataConfig, TrainingData, list_sources
 from stages.train.config import TrainConfig
 
@@ -215,6 +215,10 @@ def _source_errors(settings: Settings, unreadable_groups: Set[str], *, sound: bo
     errors: list[UserError] = [*map_errors(settings, source)]
     if "data" not in unreadable_groups:
         errors[:0] = check_length(settings.data, source.config)
+        heldout = any(stage.reads_heldout for stage in settings.stages)
+        folder, training = config_folder(settings.model), training_text(settings)
+        errors += check_template(settings.data, folder, heldout=heldout)
+        errors += check_template(training, folder, heldout=False) if training else []
     if sound and carves(settings):
         errors += _carve_errors(settings, request_shape(settings, source))
     return errors

@@ -25,6 +25,7 @@ from pipeline.check import as_word, default_text, find_fields, folder_errors, un
 from pipeline.help import LOCAL, groups
 from pipeline.settings import AUTO_LAYERS, Settings, find_wrong_values
 from stages.text.config import DataConfig, SourceConfig
+from stages.text.files import find_kind
 from stages.train.config import TrainConfig
 
 WHERE = "command line"
@@ -50,7 +51,8 @@ def find_words(group: str, value: str) -> list[str]:
     path = expand_user(value)
     if "/" not in value and not isdir(path) and not re.search(r"\.[a-z]{2,}$", value):  # noqa: PTH112
         return []
-    if is_name and not exists(path):  # noqa: PTH110
+    is_file = group == "data" and bool(find_kind(path))  # that does not exist: a mistyped path, no name on the hub
+    if is_name and not is_file and not exists(path):  # noqa: PTH110
         words, label = [f"{group}=hub", quote(f"{group}.name", value)], path.name
     else:
         words, label = [f"{group}={LOCAL[group]}", quote(f"{group}.path", str(path))], Path(abspath(path)).name  # noqa: PTH100

@@ -141,10 +141,12 @@ def unneeded(node: object) -> dict[str, str]:
     """Settings of a dataclass that have no effect → the name of the setting of the same node that disables them.
 
     A field's metadata `needs` names other fields, and the values with which it is read: see `enables`. A named field
-    that is itself without effect counts as its default.
+    that is itself without effect counts as its default. If a field that `or` names is enabled, all are read.
     """
     found: dict[str, str] = {}
     for spec in fields(node):  # type: ignore[arg-type]
+        if any(enables(getattr(node, name), wanted) for name, wanted in spec.metadata.get("or", {}).items()):
+            continue
         for name, wanted in spec.metadata.get("needs", {}).items():
             if not enables(getattr(type(node)() if name in found else node, name), wanted):
                 found[spec.name] = name

@@ -2,6 +2,8 @@
 
 import importlib.util
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from instruments.errors import ConfigError, DataError, UserError
@@ -88,6 +90,34 @@ def _check_first_documents(data: DataConfig, *, heldout: bool) -> Iterator[DataE
                 yield describe_emptiness(source)
         except DataError as error:
             yield error
+
+
+def check_template(data: DataConfig, folder: Path, *, heldout: bool) -> list[UserError]:
+    """Errors: local text begins with a conversation, and the model's `folder` has no chat template to write it with.
+
+    Held-out text is read last, and the setting that names a template is one of every stage.
+    """
+    if not (settings := folder / "tokenizer_config.json").is_file() or _has_template(folder, settings):
+        return []  # a model of the hub may not be here yet
+    splits: tuple[Split, ...] = ("calibration", "heldout") if heldout else ("calibration",)
+    errors: list[UserError] = []
+    for source in (source for split in splits for source in list_sources(data, split)):
+        if source.kind != "text" or source.chat_template is not None:
+            continue
+        with suppress(DataError):  # `check_data` reports it
+            if (first := next(read_documents(source), None)) and first.messages:
+                what = f"the {source.role} text is conversations, and the tokenizer has no chat template"
+                do = f"{source.place}.chat_template=plain or =FILE, or an instruction-tuned model"
+                errors.append(DataError(what, where=f"{first.name}, tokenizer {folder}", do=do))
+    return errors
+
+
+def _has_template(folder: Path, settings: Path) -> bool:
+    if any([*folder.glob("chat_template*"), *folder.glob("additional_chat_templates/*.jinja")]):
+        return True
+    with suppress(OSError, ValueError):
+        return '"chat_template"' in settings.read_text(encoding="utf-8")
+    return True  # loading the tokenizer reports the file
 
 
 def check_length(data: DataConfig, source: Mapping[str, Any]) -> list[UserError]:

@@ -6,6 +6,8 @@ from typing import Any, ClassVar, Literal
 KINDS = ("python_stdlib", "text", "hub", "mixture")
 # Value of `chat_template`: roles and contents in plain text.
 PLAIN_TEMPLATE = "plain"
+# Settings of files and of the hub; held-out text may be in files, too.
+_OF_RECORDS = {"needs": {"kind": ("text", "hub", "mixture")}, "or": {"heldout_path": True}}
 # Settings that the sources of a mixture do not take from `data`.
 NOT_SHARED = ("path", "name", "subset", "revision", "heldout_split")
 
@@ -59,10 +61,10 @@ class DataConfig:
     split: str = field(default="train", metadata={"needs": {"kind": ("hub", "mixture")}})
     heldout_split: str | None = field(default=None, metadata={"needs": {"kind": "hub"}})
     sources: list[SourceConfig] = field(default_factory=list, metadata={"needs": {"kind": "mixture"}})
-    text_column: str = field(default="text", metadata={"needs": {"kind": ("text", "hub", "mixture")}})
-    messages_column: str = field(default="messages", metadata={"needs": {"kind": ("text", "hub", "mixture")}})
-    chat_template: str | None = field(default=None, metadata={"needs": {"kind": ("text", "hub", "mixture")}})
-    ignored_fields: list[str] = field(default_factory=list, metadata={"needs": {"kind": ("text", "hub", "mixture")}})
+    text_column: str = field(default="text", metadata=_OF_RECORDS)
+    messages_column: str = field(default="messages", metadata=_OF_RECORDS)
+    chat_template: str | None = field(default=None, metadata=_OF_RECORDS)
+    ignored_fields: list[str] = field(default_factory=list, metadata=_OF_RECORDS)
     packing: str = field(default="packed", metadata={"choices": ("packed", "single")})
     labels: str = field(default="full_sequence", metadata={"choices": ("full_sequence", "completion", "generated")})
     max_new_tokens: int = field(default=64, metadata={"needs": {"labels": "generated"}, "minimum": 1})

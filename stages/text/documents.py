@@ -41,9 +41,18 @@ class Document:
     def digest(self) -> bytes:
         """8-byte hash of the content; copies of a document have the same, also with other line ends."""
         content = [self.messages, self.tools] if self.tools else self.messages
-        return digest_of(
-            json.dumps(content, sort_keys=True) if self.messages else self.text.replace("\r\n", "\n").strip()
-        )
+        if self.messages:
+            return digest_of(json.dumps(_with_plain_ends(content), sort_keys=True))
+        return digest_of(self.text.replace("\r\n", "\n").strip())
+
+
+def _with_plain_ends(value: Any) -> Any:  # noqa: ANN401 - of JSON
+    """The value with the line ends of Unix."""
+    if isinstance(value, Mapping):
+        return {key: _with_plain_ends(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_with_plain_ends(inner) for inner in value]
+    return value.replace("\r\n", "\n") if isinstance(value, str) else value
 
 
 def digest_of(text: str) -> bytes:
@@ -104,7 +113,10 @@ def _known_conversation(record: Mapping[str, Any], where: str, source: Source) -
         return record["conversations"]
     answers = [name for name in ("output", "completion", "response") if name in record]
     answer = _one_of(record, answers, where, source)
-    prompt = next((record[name] for name in ("instruction", "prompt") if record.get(name)), None)
+    asked = ["instruction", "prompt"]
+    if record.get("instruction") and str(record["instruction"]).strip() in str(record.get("prompt")):
+        asked.remove("prompt")  # as in copies of Alpaca: instruction, input and output once more
+    prompt = _one_of(record, asked, where, source) if answers else None
     if isinstance(prompt, list) and isinstance(answer, list):
         return prompt + answer
     if not isinstance(prompt, str) or not isinstance(answer, str | None) or not answers:
@@ -148,6 +160,16 @@ def _leave_out(fields: str, source: Source) -> str:
     return f"remove it, or leave it out: '{source.place}.ignored_fields=[{fields}]'"
 
 
+def _join_parts(content: object, place: str) -> object:
+    """Content in parts, as of OpenAI's API, as one text. Raises DataError: there is something else than text."""
+    if not isinstance(content, list):
+        return content
+    texts = [part.get("text") if isinstance(part, Mapping) else None for part in content]
+    if not all(isinstance(text, str) for text in texts):
+        raise DataError("a message has parts that are no text", where=place, do="leave this conversation out")
+    return "".join(texts)
+
+
 # Roles of ShareGPT → those that chat templates know.
 _ROLES = {"human": "user", "gpt": "assistant"}
 
@@ -160,6 +182,7 @@ def _read_message(message: object, place: str, source: Source) -> Message:
         fields.pop(name, None)
     role = fields.pop("role", None) or _ROLES.get(str(given.get("from")), fields.get("from"))
     content = fields.pop("content", None) or fields.pop("value", "" if "content" in given or "value" in given else None)
+    content = _join_parts(content, place)
     fields.pop("from", None)
     read: Message = {"role": role, "content": content}
     if calls := _read_calls(fields, place):
@@ -225,6 +248,17 @@ def _read_tools(record: Mapping[str, Any], where: str) -> tuple[Mapping[str, Any
         raise DataError("the tools are no list of JSON schemas", where=where, do="correct or remove the record")
     wrapped = tools if record.get("tools") else [{"type": "function", "function": function} for function in tools]
     return tuple(_replace_surrogates(wrapped))
+
+
+def without_filled(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A table's row without the keys inside its columns that hold null: all rows of a column have the same keys."""
+    return {column: _without_nulls(value) for column, value in row.items()}
+
+
+def _without_nulls(value: Any) -> Any:  # noqa: ANN401 - of JSON
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _replace_surrogates(value: Any) -> Any:  # noqa: ANN401 - of JSON

@@ -21,7 +21,7 @@ from typing import Any
 from instruments.errors import DataError, some
 from models.checkpoint.folder import expand_user
 from stages.text.config import Source
-from stages.text.documents import Document, cut_passages, interleave, read_record
+from stages.text.documents import Document, cut_passages, interleave, read_record, without_filled
 
 logger = logging.getLogger(__name__)
 
@@ -245,7 +245,7 @@ def _read_parquet(file: Path) -> Iterator[tuple[str, Any]]:
     try:
         with ParquetFile(file) as table:
             rows = (row for batch in table.iter_batches(batch_size=256) for row in batch.to_pylist())
-            yield from ((f"{file}, row {number}", row) for number, row in enumerate(rows, start=1))
+            yield from ((f"{file}, row {number}", without_filled(row)) for number, row in enumerate(rows, start=1))
     except (ArrowException, UnicodeDecodeError) as error:
         what = f"cannot read the file: {error}"
         raise DataError(what, where=str(file), do="check that it is whole") from error

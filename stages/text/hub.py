@@ -13,7 +13,7 @@ from huggingface_hub.file_download import repo_folder_name
 from instruments.errors import DataError, some
 from models.source import CONNECT, hub_answers, offline_by_choice
 from stages.text.config import Source
-from stages.text.documents import Document, read_record
+from stages.text.documents import Document, read_record, without_filled
 
 # Remedy when the hub does not answer.
 WITHOUT_HUB = "text of local files, or of Python's standard library: data=python_stdlib"
@@ -41,7 +41,7 @@ def read_hub(source: Source) -> Iterator[Document]:
             do = f"{place}.split= and {place}.heldout_split= of: {', '.join(splits)}"
             raise DataError(what, where=_describe(source), do=do)
         for number, row in enumerate(splits[source.split], start=1):
-            if document := read_record(row, f"{source.title}:{number}", source):
+            if document := read_record(without_filled(row), f"{source.title}:{number}", source):
                 yield document
     except (DatasetsError, ArrowException, *UNREADABLE) as error:
         do = f"check these names and the network; without one: {WITHOUT_HUB}"

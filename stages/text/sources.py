@@ -86,7 +86,7 @@ def read_template(file: Path, source: Source) -> str:
 
 
 # Incremented when a change of the readers gives other tokens for the same text.
-READER_VERSION = 10
+READER_VERSION = 11
 
 
 def data_cache_key(data: DataConfig, hash_of: Callable[[Path], str] = hash_file) -> dict[str, object]:
@@ -114,7 +114,9 @@ def _text_cache_key(source: Source, hash_of: Callable[[Path], str]) -> object:
     if source.kind == "hub":
         folder = Path(str(source.name))
         files = sorted(file for file in folder.rglob("*") if file.is_file())
-        return [hash_of(file) for file in files] if folder.is_dir() else find_commit(source)
+        # Names decide which split a file belongs to.
+        named = [f"{file.relative_to(folder).as_posix()} {hash_of(file)}" for file in files]
+        return named if folder.is_dir() else find_commit(source)
     sizes = sorted((name, path.stat().st_size) for name, path in list_modules().items())
     return [sys.version.split()[0], hashlib.sha256(repr(sizes).encode()).hexdigest()]
 

@@ -29,6 +29,14 @@ def test_round_trip(tmp_path, always_on, pooled):
         assert getattr(read, name).dtype == torch.int32
 
 
+def test_equal_contents_are_equal_files(tmp_path):
+    files = set()
+    for _ in range(6):
+        Partition(F, NEURONS, HOME, ALWAYS_ON).save(tmp_path)
+        files.add((tmp_path / Partition.FILE).read_bytes())
+    assert len(files) == 1
+
+
 def test_each_layer_knows_its_experts_and_those_of_its_router():
     pool, partition = (Partition(F, NEURONS, HOME, ALWAYS_ON, pooled) for pooled in (True, False))
     assert pool.given == partition.given == [2, 0, 3]

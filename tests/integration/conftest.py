@@ -13,8 +13,7 @@ from integration.redis_parts import close_stores
 from integration.redis_server import running
 from pico import write_pico
 
-from instruments.errors import FAILED, INVALID
-from models.checkpoint.shards import ShardReader
+from instruments.errors import FAILED
 from pipeline.cli import run_command
 from stages.text.config import DataConfig
 
@@ -77,21 +76,6 @@ def sound(tmp_path_factory) -> Path:
 def source(sound, tmp_path) -> Path:
     """A sound checkpoint to damage."""
     return shutil.copytree(sound, tmp_path / "source")
-
-
-@pytest.fixture
-def refused(tmp_path, monkeypatch, capsys):
-    """Run the command, which must refuse its settings before a stage starts or a weight is read; returns the error."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("pipeline.settings.Stage.run", property(lambda stage: pytest.fail(f"{stage.name} ran")))
-    monkeypatch.setattr(ShardReader, "tensor", lambda _reader, name: pytest.fail(f"{name} was read"))
-
-    def run(*words):
-        assert run_command(["output_dir=outputs", *words]) == INVALID
-        assert not Path("outputs").exists()
-        return capsys.readouterr().err
-
-    return run
 
 
 @pytest.fixture

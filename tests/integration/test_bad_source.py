@@ -1,4 +1,4 @@
-"""Checkpoints that cannot be carved: refused by their headers if these show it, else before anything is published."""
+"""Checkpoints and text that cannot be carved: refused before weights are loaded, or before anything is published."""
 
 import json
 from operator import methodcaller
@@ -15,6 +15,14 @@ def test_a_tokenizer_that_knows_no_token(failed, source):
     for path in source.glob("*token*"):
         path.unlink()
     assert failed(*words_for(source)).startswith("no usable tokenizer: it finds no token in plain text\n")
+
+
+@pytest.mark.usefixtures("without_weights")
+def test_a_text_column_missing_further_on(failed, tmp_path):
+    path = tmp_path / "records.jsonl"
+    records = ({"text" if number < 30 else "body": f"{number} words"} for number in range(40))
+    path.write_text("\n".join(map(json.dumps, records)))
+    assert f"\n  where: {path}:31; its columns: body\n" in failed("data=text", f"data.path={path}")
 
 
 def test_weights_that_are_not_finite(failed, source, text):

@@ -136,26 +136,5 @@ def assert_slice(written, weight, neurons, part, gate_scale=1):
     assert not written.narrow(axis, len(neurons), written.shape[axis] - len(neurons)).any()
 
 
-def test_replicated_neurons_stay_raw_slices(carves):
-    """100 experts out of 40 neurons: every neuron is used, and none twice in an expert."""
-    neurons_LEN = load_file(carves["qwen3-hundred"].stage("cluster") / "partition.safetensors")["neurons"].unflatten(
-        0, (2, -1)
-    )
-    assert neurons_LEN.shape == (2, 100, 3)
-    for neurons_EN in neurons_LEN:
-        assert sorted(neurons_EN.flatten().unique().tolist()) == list(range(40))
-        assert all(len(set(neurons_N)) == 3 for neurons_N in neurons_EN.tolist())
-
-
-def test_dropped_neurons_are_those_of_lowest_score(carves):
-    carve = carves["llama-dropped"]
-    neurons_LEN = load_file(carve.stage("cluster") / "partition.safetensors")["neurons"].unflatten(0, (2, -1))
-    scores_LF = load_file(carve.stage("score") / "scores.safetensors")["chosen"]
-    for neurons_EN, scores_F in zip(neurons_LEN, scores_LF, strict=True):
-        kept = torch.zeros(40, dtype=torch.bool).index_fill_(0, neurons_EN.flatten().long(), value=True)
-        assert kept.sum() == 32
-        assert scores_F[kept].min() > scores_F[~kept].max()
-
-
 def read_config(checkpoint):
     return json.loads((checkpoint / "config.json").read_text())

@@ -17,7 +17,6 @@ from integration.forked import kill_at
 from pico import write_pico
 
 from instruments.errors import FAILED
-from pipeline.artifacts import hold_lock
 from pipeline.cli import run_command
 from pipeline.settings import asked_stages
 from stages.calibration import token_memory
@@ -182,14 +181,6 @@ def test_what_depends_on_a_lost_result_is_computed_again_if_its_tensors_differ_n
     assert hashes(outputs, "cluster") != before
 
 
-def test_two_runs_of_one_result_at_once(outputs, words, capsys):
-    final = published(outputs, "score")
-    with hold_lock(final.with_name(f".{final.name}.lock")):
-        assert in_process(outputs, words, "stage=score", "fresh=true") == 1
-    error = capsys.readouterr().err
-    assert error.startswith(f"another run is computing the same result\n  where: process {os.getpid()}, lock ")
-
-
 def test_a_scan_killed_between_checkpoints_goes_on_to_the_same_statistics(outputs, words):
     before = hashes(outputs, "scan")
     forget(outputs, "scan")
@@ -229,19 +220,6 @@ def test_a_kill_costs_no_layer_that_is_done(outputs, words, stage, place, work, 
     assert in_process(outputs, words, f"stage={stage}") == 0
     assert len(done) == left
     assert hashes(outputs, stage) == before
-
-
-def test_layers_of_an_unfinished_run_are_computed_again_if_its_parents_hold_other_tensors_now(
-    outputs, words, monkeypatch
-):
-    """As after `stage=cluster fresh=true` with another version of torch between the kill and the next run."""
-    forget(outputs, "project")
-    run_killed(outputs, words, "stage=project", at="stages.project.layer_pass:project_layer", calls=2)
-    done = count_calls(monkeypatch, "stages.project.layer_pass", "project_layer")
-    read = import_module("pipeline.run").published_recipe
-    monkeypatch.setattr("pipeline.run.published_recipe", lambda step: {**read(step), "read": {"cluster": "changed"}})
-    assert in_process(outputs, words, "stage=project") == 0
-    assert len(done) == LAYERS
 
 
 def test_a_stage_that_reruns_since_its_parents_have_changed_resumes(outputs, words, monkeypatch):

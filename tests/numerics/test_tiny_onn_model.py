@@ -91,6 +91,8 @@ def test_the_balance_loss_is_that_of_transformers_for_one_layer(model) -> None:
     logits = tuple(map(nn.functional.logsigmoid, output.router_logits))
     expected = load_balancing_loss_func(logits, EXPERTS, TOP_K, mask)
     torch.testing.assert_close(output.aux_loss, expected)
+    found, wanted = (torch.autograd.grad(loss, output.router_logits)[0] for loss in (output.aux_loss, expected))
+    torch.testing.assert_close(found, wanted)
     plain = model(IDS, attention_mask=mask, labels=IDS)
     assert (plain.aux_loss, plain.router_logits) == (None, None)
     torch.testing.assert_close(output.loss, plain.loss + 0.001 * expected)

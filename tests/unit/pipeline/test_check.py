@@ -1,6 +1,7 @@
 """Settings that contradict each other, the source model or the way the command was started; settings without effect."""
 
 import re
+import shutil
 from dataclasses import dataclass, field
 
 import pytest
@@ -8,6 +9,7 @@ from pico import write_pico
 
 from instruments import cpu
 from models.config import ModelConfig
+from models.source import EMBEDDED
 from pipeline.check import field_errors, find_errors, validate
 from pipeline.settings import compose
 
@@ -147,6 +149,17 @@ IGNORED = {
 def test_typed_settings_without_effect_are_errors(errors, words):
     found = {error.where.removeprefix("setting "): error.what.partition(": ")[2] for error in errors(words)}
     assert {name: reason for name, reason in found.items() if name in words or "sources" in name} == IGNORED[words]
+
+
+def test_held_out_chats_are_read_with_settings_that_the_text_of_the_carve_has_not(errors, tmp_path):
+    (chats := tmp_path / "chats.jsonl").write_text('{"said": [{"role": "user", "content": "a"}]}')
+    words = f"data.heldout_path={chats} data.messages_column=said"
+    assert errors(words) == []
+    shutil.copytree(EMBEDDED, tmp_path / "base", ignore=shutil.ignore_patterns("chat_template*"))
+    base = f"{words} model=local model.path={tmp_path / 'base'} model.label=base"
+    (error,) = errors(base)
+    assert "no chat template" in error.what
+    assert errors(f"{base} data.chat_template=plain") == []
 
 
 @pytest.mark.parametrize(

@@ -126,6 +126,7 @@ def test_words_are_booleans(word):
         ("data=", ["data="]),  # of a variable of the shell that is not set
         ("data=/a/wiki.txt", ["data=text", "data.path=/a/wiki.txt"]),
         ("data=wiki.jsonl", ["data=text", "data.path=wiki.jsonl"]),
+        ("data=text/mistyped.jsonl", ["data=text", "data.path=text/mistyped.jsonl"]),
         *((word, [word]) for word in ("model=qwen3_1_7b", "model=qwen3.5", "model=a/b,c/d", "data=genral", "n=/a")),
     ],
 )  # fmt: skip

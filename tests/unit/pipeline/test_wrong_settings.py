@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 
-from pipeline.check import MAX_COUNTS, field_errors, find_errors, find_fields, value_errors
+from pipeline.check import MAX_COUNTS, find_errors, find_fields, value_errors
 from pipeline.help import CONF
 from pipeline.overrides import first_word, override_errors, parse_overrides
 from pipeline.settings import STAGES, compose
@@ -104,23 +104,11 @@ def test_a_path_that_hydra_cannot_read_is_quoted_for_shell_and_command(key, fold
 
 
 def test_a_rule_of_every_number_at_any_depth():
-    from dataclasses import fields, is_dataclass, replace
-
-    settings = compose([])[0]
-
-    def numbers(node, prefix=""):
-        for spec in fields(node):
-            value = getattr(node, spec.name)
-            if is_dataclass(value):
-                yield from numbers(value, f"{prefix}{spec.name}.")
-            elif isinstance(value, float):
-                yield f"{prefix}{spec.name}", replace(node, **{spec.name: float("nan")})
-
-    found = dict(numbers(settings))
+    found = {name: spec for name, value, spec in find_fields(compose([])[0]) if isinstance(value, float)}
     assert len(found) > 20
-    for name, node in found.items():
-        broken = [error.what for error in field_errors(node) if "finite" in error.what]
-        assert broken == [f"{name.rpartition('.')[2]}=nan must be a finite number"], name
+    for name, spec in found.items():
+        broken = [error.what for error in value_errors(name, float("nan"), spec) if "finite" in error.what]
+        assert broken == [f"{name}=nan must be a finite number"]
 
 
 def test_every_number_of_steps_rounds_and_tokens_has_a_maximum():

@@ -99,11 +99,13 @@ def test_the_standard_library_counts_by_version(monkeypatch):
     assert data_cache_key(DataConfig()) != key
 
 
-def test_a_local_dataset_counts_by_content(write_jsonl, tmp_path):
-    write_jsonl("train.jsonl", [{"text": "one"}])
-    key = data_cache_key(DataConfig(kind="hub", name=str(tmp_path)))
-    write_jsonl("train.jsonl", [{"text": "two"}])
-    assert data_cache_key(DataConfig(kind="hub", name=str(tmp_path))) != key
+def test_a_local_dataset_counts_by_the_content_and_the_names_of_its_files(write_jsonl, tmp_path):
+    keys = []
+    for name, text in (("train", "one"), ("train", "two"), ("test", "two")):
+        path = write_jsonl(f"{name}.jsonl", [{"text": text}])
+        keys.append(str(data_cache_key(DataConfig(kind="hub", name=str(tmp_path)))))
+        path.unlink()
+    assert len(set(keys)) == 3
 
 
 def test_a_dataset_counts_by_the_commit_in_the_cache(tmp_path, monkeypatch):

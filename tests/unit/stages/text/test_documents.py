@@ -11,6 +11,7 @@ from stages.text.documents import (
     interleave,
     read_record,
     take_share,
+    without_filled,
 )
 
 MESSAGES = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
@@ -65,6 +66,24 @@ def test_an_instruction_without_an_answer_is_read_alone():
 
 def test_copies_with_other_line_ends_are_copies():
     assert len({Document("f:1", text).digest for text in ("a\nb", "a\r\nb\n", "a\nb ")}) == 1
+    chats = ([MESSAGES[0] | {"content": text}] for text in ("a\nb", "a\r\nb"))
+    assert len({read({"messages": messages}).digest for messages in chats}) == 1
+
+
+def test_content_in_parts_of_text_is_one_text():
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert read({"messages": [MESSAGES[0] | {"content": parts}]}).messages[0]["content"] == "ab"
+    image = {"type": "image_url", "image_url": {"url": "x"}}
+    with pytest.raises(DataError, match="no text"):
+        read({"messages": [MESSAGES[0] | {"content": [*parts, image]}]})
+
+
+def test_what_a_table_fills_with_null_is_left_out():
+    call = {"function": {"name": "f", "arguments": {"city": "Bonn", "zone": None}}}
+    row = {"messages": [MESSAGES[1] | {"content": None, "tool_calls": [call]}], "text": None}
+    kept = without_filled(row)
+    assert kept["text"] is None
+    assert kept["messages"][0]["tool_calls"][0]["function"]["arguments"] == {"city": "Bonn"}
 
 
 def test_what_tokenizers_reject_is_replaced_inside_calls_and_tools_too():
@@ -170,6 +189,7 @@ def test_half_a_surrogate_pair_becomes_a_question_mark():
         ({"messages": MESSAGES, "system": "s", "system_prompt": "t"}, "f:1"),
         ({"instruction": "a", "input": "x", "context": "y", "output": "b"}, "f:1"),
         ({"instruction": "a", "output": "b", "response": "c"}, "f:1"),
+        ({"instruction": "a", "prompt": "x", "output": "b"}, "f:1"),
         ({"messages": [MESSAGES[0] | {"tool_calls": [{"function": "f"}]}]}, "f:1, column messages, message 1"),
         ({"messages": MESSAGES, "functions": 3}, "f:1, column tools"),
     ],
