@@ -113,10 +113,10 @@ def _known_conversation(record: Mapping[str, Any], where: str, source: Source) -
         return record["conversations"]
     answers = [name for name in ("output", "completion", "response") if name in record]
     answer = _one_of(record, answers, where, source)
-    asked = ["instruction", "prompt"]
-    if record.get("instruction") and str(record["instruction"]).strip() in str(record.get("prompt")):
-        asked.remove("prompt")  # as in copies of Alpaca: instruction, input and output once more
-    prompt = _one_of(record, asked, where, source) if answers else None
+    prompt = record.get("instruction")
+    if not isinstance(prompt, str) or prompt.strip() not in str(record.get("prompt")) or not prompt.strip():
+        # In copies of Alpaca, `prompt` repeats instruction, input and output.
+        prompt = (_one_of(record, ("instruction", "prompt"), where, source) if answers else None) or prompt
     if isinstance(prompt, list) and isinstance(answer, list):
         return prompt + answer
     if not isinstance(prompt, str) or not isinstance(answer, str | None) or not answers:
