@@ -173,7 +173,9 @@ def explained_loading(folder: Path) -> Iterator[None]:
         if "DefaultCPUAllocator" in str(error):
             raise
         what = f"transformers cannot load this checkpoint: {first_line(error)}"
-        raise CheckpointError(what, where=str(folder), do=_BELONGS) from error
+        hidden = "during automatic conversion" in what  # then any error of joining experts, with its reason in the log
+        do = f"more free memory of GPU or host, if the lines above say so; else {_BELONGS}" if hidden else _BELONGS
+        raise CheckpointError(what, where=str(folder), do=do) from error
 
 
 def is_panic(error: BaseException) -> bool:
@@ -351,12 +353,15 @@ def keep_freed_memory() -> None:
 
 
 def release_freed_memory() -> None:
-    """Collect garbage, return unused blocks of a GPU, and those of the heap if the C library is glibc.
+    """Collect garbage, return unused blocks of a GPU, of pinned memory, and of the heap if the C library is glibc.
 
     After many layers of odd-sized tensors glibc keeps hundreds of megabytes, and the next phase would need more on top.
     """
     gc.collect()
     torch.cuda.empty_cache()  # does nothing before the first use of a GPU
+    with suppress(AttributeError):
+        if torch.cuda.is_initialized():
+            torch._C._host_emptyCache()  # pinned copies of weights
     with suppress(AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 

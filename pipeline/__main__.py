@@ -44,8 +44,12 @@ def _do(words: list[str]) -> int:
             number = "(not installed; the version is in pyproject.toml)"
         sys.stdout.write(f"tiny-onn {number}\n")
         return 0
-    if not find_workers().leads:
+    workers = find_workers()
+    if not workers.leads:
         os.environ["TQDM_DISABLE"] = "1"  # read when tqdm is imported; only the leading worker shows progress bars
+    if workers.world > 1 and os.environ.get("OMP_NUM_THREADS") == "1":
+        # The default of torchrun, which leaves most of a machine's cores idle; read when torch is imported.
+        os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // workers.local_world))
     # Until the imports are done, an interrupt ends the process at once: packages answer it with errors of their own.
     before = signal(SIGINT, SIG_DFL) if getsignal(SIGINT) is default_int_handler else None
     from pipeline.cli import run_command  # noqa: PLC0415 - slow, and the help page does not need it

@@ -130,6 +130,8 @@ def memory_warnings(checked: Checked, due: Sequence[str]) -> Iterator[str]:
         "project": "project.gradient_checkpointing=true, or project.gradient_projection=false",
         "train": "train.micro_batch=1 train.gradient_checkpointing=true, or train.fsdp=true with torchrun",
     }
+    if settings.model.device_map != "none":  # the dense model is over all GPUs, memory and disk: these have one device
+        due = [stage for stage in due if stage in {"cluster", "assemble", "train"}]
     for stage in due:
         if free is not None and (needed := peak_bytes(stage, checked)) > free:
             spilled = "model.hidden_memory=0GB or " * is_on_host(settings.model)

@@ -222,6 +222,7 @@ def run_shared_steps(steps: Sequence[Step], workers: Workers, overrides: Sequenc
         scratch.mkdir(parents=True, exist_ok=True)  # missing on another machine's disk
         with TemporaryDirectory() as out:
             job = Job(step.parents, Path(out), scratch, step.fingerprint, workers, step.fresh)
+            start_measuring()  # as the leading worker: frees the memory of earlier stages
             run_stage(step, job, overrides)
 
 

@@ -20,6 +20,9 @@ _COLLECTIVE_TIMEOUT = timedelta(days=2)
 # Part of the remedy after a lost worker or server; fresh=true would discard what was flushed.
 GO_ON = "then the same command, without fresh=true: it goes on from the last flush"
 
+# In errors that are no end of another worker, which NCCL calls "remote process exited": their further lines say why.
+_OWN_FAULTS = "invalid usage|out of memory|unhandled (cuda|system) error|CUDA error"
+
 Result = TypeVar("Result")
 
 
@@ -142,7 +145,7 @@ class Workers:
         try:
             yield
         except RuntimeError as error:
-            known = re.search("invalid usage|out of memory", str(error))  # every worker says why
+            known = re.search(_OWN_FAULTS, str(error))  # every worker says why
             if self.world == 1 or known or not re.search(sign, str(error)):
                 raise
             raise LostWorkerError(

@@ -113,10 +113,10 @@ class PhaseLoop:
         self.objective = Objective(settings, RouterWatch(model), context.teacher, context.balance)
         if not settings.fsdp or context.workers.world == 1:  # FSDP moves each layer's share, and nothing else
             model.to(context.device)
-        groups = text_groups(model, rates)  # before: DistributedDataParallel reads `requires_grad` only once
+        text_groups(model, rates)  # before: DistributedDataParallel reads `requires_grad` only once
         self.wrapped = distribute(model, context)
-        if settings.fsdp:
-            groups = text_groups(model, rates)  # its parameters are new
+        # FSDP's parameters are new. It frees the whole ones that it has put on the GPU only if nothing holds them.
+        groups = text_groups(model, rates)
         self.peaks = [group["lr"] for group in groups]
         self.optimizer = AdamW(groups, betas=BETAS, fused=True)
         self.step = 0  # optimizer steps of this phase that are done

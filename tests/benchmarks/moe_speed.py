@@ -79,9 +79,10 @@ class Runner:
         """Time a token of every sequence without a cache, replayed as a CUDA graph: no kernel waits for the host."""
         self.choose()
         ids_B1 = self.ids_BT[:, :1].contiguous()
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())  # for the ids
-        with torch.no_grad(), torch.cuda.stream(stream):
+        device = ids_B1.device  # not the current one, on which nothing would be captured
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))  # for the ids
+        with torch.no_grad(), torch.cuda.device(device), torch.cuda.stream(stream):
             for _ in range(2):  # libraries allocate in the first pass
                 self.model(input_ids=ids_B1, use_cache=False)
             stream.synchronize()
