@@ -90,8 +90,8 @@ class Decoder:
 
     @cached_property
     def narrow(self) -> dict[int, int]:
-        """Layers whose FFN has fewer neurons than F → their number; they stay dense."""
-        widths = {layer: self.shapes[self.weight(layer, "down")][1] for layer in range(self.depth)}
+        """Layers whose FFN has fewer neurons than F → their number, 0 without an FFN; they stay dense."""
+        widths = {layer: self.shapes.get(self.weight(layer, "down"), (0, 0))[1] for layer in range(self.depth)}
         return {layer: width for layer, width in widths.items() if width != self.width}
 
     @property
@@ -132,7 +132,12 @@ class Decoder:
         """Names of the tensors of all FFNs."""
         linears = {self.ffn.rows(part).linear for part in PROJECTIONS}
         places = product(range(self.depth), linears)
-        return frozenset(f"{self.layers}.{layer}.{self.ffn.path}.{linear}.weight" for layer, linear in places)
+        names = (f"{self.layers}.{layer}.{self.ffn.path}.{linear}.weight" for layer, linear in places)
+        return frozenset(name for name in names if name in self.shapes)
+
+    def has_ffn(self, layer: int) -> bool:
+        """Whether a layer has an FFN; layers of some hybrids are attention or Mamba alone."""
+        return self.weight(layer, "down") in self.shapes
 
     def weight(self, layer: int, part: str) -> str:
         """Name of the tensor that holds gate, up or down."""

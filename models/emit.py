@@ -198,7 +198,7 @@ class _Emission:
         decoder = self.reader.decoder
         for name in decoder.layer_names(layer):
             self.copy(name)
-        if layer not in self.shape.dense_layers:
+        if layer not in self.shape.dense_layers or not decoder.has_ffn(layer):
             return
         if self.target.is_tiny_onn:
             for name in dict.fromkeys(decoder.weight(layer, part) for part in PROJECTIONS):

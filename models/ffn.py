@@ -20,19 +20,45 @@ from models.structure import decoder_layers, ffn_plan
 from models.targets.config import MOE_TARGETS
 from models.tiny_onn.sparse_ffn import find_activation
 
+_SEPARATED = {f"{part}_proj" for part in PROJECTIONS}
+
 
 def ffn_modules(dense: PreTrainedModel) -> list[GatedFFN]:
-    """The gated FFNs of a dense model in layer order; `separate_ffns` has given them the names of a GatedFFN."""
-    path = ffn_plan(dense).path
-    return [layer.get_submodule(path) for layer in decoder_layers(dense)[1]]  # type: ignore[misc]
+    """The gated FFNs of a dense model in layer order; `separate_ffns` has given them the names of a GatedFFN.
+
+    A layer without an FFN has one of no neurons, which nothing calls.
+    """
+    plan = ffn_plan(dense)
+    none = _no_neurons(dense.config.get_text_config(decoder=True).hidden_size)
+    return [
+        layer.get_submodule(plan.path) if _has_ffn(layer, plan) else none  # type: ignore[misc]
+        for layer in decoder_layers(dense)[1]
+    ]
+
+
+def _has_ffn(layer: nn.Module, plan: FFNPlan) -> bool:
+    names = {name.removeprefix(f"{plan.path}.") for name, _ in layer.named_modules()}
+    return any(names.issuperset(own) for own in ({plan.rows(part).linear for part in PROJECTIONS}, _SEPARATED))
+
+
+def _no_neurons(hidden: int) -> GatedFFN:
+    none = _Separated(nn.Identity())
+    for part in PROJECTIONS:
+        linear: Any = nn.Identity()  # nn.Linear warns of matrices without numbers
+        linear.in_features, linear.weight = 0, torch.empty((hidden, 0) if part == "down" else (0, hidden))
+        setattr(none, f"{part}_proj", linear)
+    return none
 
 
 def ffn_weight_names(dense: PreTrainedModel) -> list[dict[str, str]]:
     """For every layer: gate, up and down → name of the weight in a model whose FFNs are separated."""
     names = {id(module): name for name, module in dense.named_modules()}
     return [
-        {part: f"{names[id(getattr(ffn, f'{part}_proj'))]}.weight" for part in PROJECTIONS}
-        for ffn in ffn_modules(dense)
+        {
+            part: f"{names.get(id(getattr(ffn, f'{part}_proj')), f'no FFN {layer} {part}')}.weight"
+            for part in PROJECTIONS
+        }
+        for layer, ffn in enumerate(ffn_modules(dense))
     ]
 
 
@@ -60,7 +86,7 @@ def separate_ffns(model: PreTrainedModel) -> None:
         return
     for index, layer in enumerate(decoder_layers(model)[1]):
         ffn = layer.get_submodule(plan.path)
-        if isinstance(ffn, _Separated):
+        if isinstance(ffn, _Separated) or not _has_ffn(layer, plan):
             continue
         separated = _Separated(find_activation(plan.act, ffn))
         for part in PROJECTIONS:
@@ -180,7 +206,11 @@ OnFFN = Callable[[int, Tensor, Tensor], None]
 
 @contextmanager
 def watch_ffns(model: PreTrainedModel, on_ffn: OnFFN) -> Iterator[None]:
-    """Call `on_ffn(layer, inputs, outputs)` for every FFN of a forward pass; hooks are removed at the end."""
+    """Call `on_ffn(layer, inputs, outputs)` for every FFN of a forward pass; hooks are removed at the end.
+
+    Of a TinyONN, dense layers are left out: in their place some have no FFN, but attention.
+    """
+    left_out = model.config.dense_layers if model.config.model_type == "tiny_onn" else ()
     hooks = ExitStack()
 
     def watch(layer: int, parts: list[nn.Module]) -> None:
@@ -198,7 +228,8 @@ def watch_ffns(model: PreTrainedModel, on_ffn: OnFFN) -> Iterator[None]:
 
     with hooks:
         for layer, module in enumerate(decoder_layers(model)[1]):
-            watch(layer, ffn_parts(model, module))
+            if layer not in left_out:
+                watch(layer, ffn_parts(model, module))
         yield
 
 

@@ -61,7 +61,8 @@ class StreamLayer:
         self._inputs: Tensor | None = None
         self._output: Tensor | None = None  # of the FFN; None: the pass ends there
         path = stream.reader.decoder.ffn.path
-        module.get_submodule(path).forward = self._exchange
+        if self.ffn.width:
+            module.get_submodule(path).forward = self._exchange
         # Modules with matrices are not run a second time.
         self._parts = {
             name: child
@@ -92,8 +93,13 @@ class StreamLayer:
     def attend(self, passage: Passage, keep: Keep = lambda tensor: tensor) -> Float[Tensor, "B T D"]:
         """The FFN's input. `passage` is changed: `add` needs it so. `keep` stores what was computed before the FFN.
 
-        Right padding needs no mask: in causal attention no real token attends to it.
+        Right padding needs no mask: in causal attention no real token attends to it. Of a layer without an FFN, the
+        input of an FFN of no neurons is the layer's output.
         """
+        if not self.ffn.width:
+            self._plain = True
+            passage.hidden_BTD.copy_(self._run(passage, None))
+            return passage.hidden_BTD
         if self._plain is None:
             self._plain = self._is_plain(passage)
         if self._plain:
@@ -365,14 +371,16 @@ class LayerStream(AbstractContextManager["LayerStream"]):
             for name, tensor in weights.items():
                 _put(module, name.removeprefix(prefix), send(tensor, self.device, torch.float32))
             _move_buffers(module, self.device, recurse=True)
-            made = [self._ffn(module, ffn)]
+            made = [self._ffn(module if decoder.has_ffn(index) else None, ffn)]
             del weights, ffn
             # Only the caller holds the FFN, and may delete it from the layer.
             yield StreamLayer(self, index, module, made.pop())
-            del module.get_submodule(decoder.ffn.path).forward  # it holds the StreamLayer, and so the FFN
+            has_ffn = decoder.has_ffn(index)
+            if has_ffn:
+                del module.get_submodule(decoder.ffn.path).forward  # it holds the StreamLayer, and so the FFN
             for name, parameter in [*module.named_parameters()]:
                 # The FFN outlives this layer, and its activation may have weights.
-                if not name.startswith(f"{decoder.ffn.path}."):
+                if not (has_ffn and name.startswith(f"{decoder.ffn.path}.")):
                     _put(module, name, torch.empty_like(parameter, device="meta"))
 
     def _read_layer(self, index: int) -> tuple[dict[str, Tensor], list[Tensor]]:
@@ -393,10 +401,11 @@ class LayerStream(AbstractContextManager["LayerStream"]):
 
         return logits
 
-    def _ffn(self, module: nn.Module, projections: Sequence[Tensor]) -> DenseFFN:
+    def _ffn(self, module: nn.Module | None, projections: Sequence[Tensor]) -> DenseFFN:
         plan = self.reader.decoder.ffn
         gate_FD, up_FD, down_DF = (send(tensor, self.device, torch.float32) for tensor in projections)
-        return DenseFFN(gate_FD, up_FD, down_DF, find_activation(plan.act, module.get_submodule(plan.path)))
+        act = nn.Identity() if module is None else find_activation(plan.act, module.get_submodule(plan.path))
+        return DenseFFN(gate_FD, up_FD, down_DF, act)
 
     def _tensor(self, name: str) -> Tensor:
         return send(self.reader.tensor(name), self.device, torch.float32)

@@ -198,9 +198,10 @@ def _error(what: str, where: str) -> CheckpointError:
 def _common_plan(layers: nn.ModuleList, hidden: int) -> tuple[FFNPlan, int]:
     """The FFN of all layers, at most as wide, and its input width. Raises CheckpointError: a layer has another."""
     reasons: dict[str, list[int]] = {}
+    without: list[int] = []  # such as Nemotron-H's, each of which is attention, Mamba or an FFN
     plans: dict[tuple[FFNPlan, int], list[int]] = {}
     owners: dict[int, int] = {}
-    known: dict[str, tuple[FFNPlan, int] | str] = {}
+    known: dict[str, tuple[FFNPlan, int] | str | None] = {}
     for index, layer in enumerate(layers):
         text = _structure(layer)
         if text not in known:
@@ -209,12 +210,16 @@ def _common_plan(layers: nn.ModuleList, hidden: int) -> tuple[FFNPlan, int]:
             except _Refused as why:
                 known[text] = str(why)
         plan = known[text]
-        if isinstance(plan, str):
+        if plan is None:
+            without.append(index)
+        elif isinstance(plan, str):
             reasons.setdefault(plan, []).append(index)
         elif (other := owners.setdefault(id(layer.get_submodule(plan[0].path)), index)) != index:
             reasons.setdefault(f"its FFN is that of layer {other}", []).append(index)
         else:
             plans.setdefault(plan, []).append(index)
+    if without and not (plans or reasons):
+        reasons["no FFN is found: no module of it has two or three Linear layers of matching sizes"] = without
     if reasons:
         reason, where = next(iter(reasons.items()))
         raise _error(reason, f"{_numbers(where)} of {len(layers)}")
@@ -241,8 +246,8 @@ def _numbers(layers: list[int]) -> str:
     return f"layer{'s' * (len(layers) > 1)} {shown}"
 
 
-def _find_ffn(layer: nn.Module, hidden: int) -> tuple[FFNPlan, int]:
-    """The one FFN of a decoder layer, and its input width. Raises _Refused."""
+def _find_ffn(layer: nn.Module, hidden: int) -> tuple[FFNPlan, int] | None:
+    """The one FFN of a decoder layer, and its input width; None: nothing in it is like one. Raises _Refused."""
     if _is_mixture(layer, hidden):
         raise _Refused("the layer is a Mixture-of-Experts already")
     plans: list[tuple[FFNPlan, int]] = []
@@ -265,10 +270,10 @@ def _find_ffn(layer: nn.Module, hidden: int) -> tuple[FFNPlan, int]:
         own = {(part.in_features, part.out_features) for part in layer.children() if isinstance(part, nn.Linear)}
         if any((hidden, wide) in own and (wide, hidden) in own for _, wide in own if wide > hidden):
             raise _Refused("the FFN is written in the layer's own code, not in a module of its own")
-        likely = [why for why in reasons if "no function of one tensor" not in why] or reasons
-        likely = likely or ["no module of it has two or three Linear layers of matching sizes"]
-        raise _Refused(f"no FFN is found: {'; '.join(likely[:2])}")
-    return plans[0]
+        if reasons:
+            likely = [why for why in reasons if "no function of one tensor" not in why] or reasons
+            raise _Refused(f"no FFN is found: {'; '.join(likely[:2])}")
+    return plans[0] if plans else None
 
 
 def _linears(module: nn.Module) -> dict[str, nn.Linear]:

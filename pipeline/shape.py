@@ -278,10 +278,13 @@ def describe_shape(request: ShapeRequest, shape: MoEShape) -> list[str]:
     """Active neurons and the routed share of them, parameters, size on disk, and runtimes."""
     dense, carved, target = count_dense(request.source), request.count(shape), request.target(shape)
     routed, active = shape.top_k * shape.n, shape.active_width
-    kept = ", ".join(map(str, shape.dense_layers))
+    kept = ", ".join(str(layer) for layer in shape.dense_layers if request.source.has_ffn(layer))
     share, narrow = shape.active_share(request.width, request.layers, request.source.lacking), request.source.narrow
-    why = f" ({len(narrow)} are too narrow, with {min(narrow.values()):,})" if narrow else ""
+    few = [width for width in narrow.values() if width]
+    why = f" ({len(few)} are too narrow, with {min(few):,})" if few else ""
     lines = [f"dense       layers {kept} keep all neurons{why}: {share:.0%} active on average"] if kept else []
+    if without := [*narrow.values()].count(0):
+        lines.append(f"no FFN      in {without} of {request.layers} layers")
     lines += [
         f"neurons     {active:,} of {request.width:,} serve a token ({active / request.width:.0%} active), "
         f"{routed:,} of them chosen for it ({routed / active:.0%} routed)",

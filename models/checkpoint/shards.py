@@ -91,7 +91,10 @@ class DenseReader(ShardReader):
         return weight if scale == 1.0 else (weight.float() * scale).to(weight.dtype)
 
     def projections(self, layer: int) -> Iterator[Tensor]:
-        """Gate, up and down of a layer's FFN, each read when it is asked for."""
+        """Gate, up and down of a layer's FFN, each read when it is asked for; without an FFN, of no neurons."""
+        if not self.decoder.has_ffn(layer):
+            none_FD = torch.empty(0, self.decoder.hidden)
+            return iter((none_FD, none_FD, none_FD.T))
         return (self.projection(layer, part) for part in PROJECTIONS)
 
     def _entry(self, name: str) -> Entry:

@@ -174,7 +174,8 @@ def count_carved(
     carved = dense.depth - len(shape.dense_layers)
     copied = dense.vocabulary * dense.hidden if dense.tied and not tied else 0  # an input embedding of its own
     others = dense.count(name for name in dense.shapes if name not in dense.ffn_names) + carved * layer + copied
-    others += dense.count({dense.weight(layer, part) for layer in shape.dense_layers for part in PROJECTIONS})
+    dense_layers = filter(dense.has_ffn, shape.dense_layers)
+    others += dense.count({dense.weight(layer, part) for layer in dense_layers for part in PROJECTIONS})
     experts = shape.experts * expert * (1 if shape.pooled else carved)
     active = others + shape.top_k * expert * carved - dense.count(dense.unread) - copied
     return ParameterCount(others + experts, active)

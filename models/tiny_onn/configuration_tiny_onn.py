@@ -112,14 +112,20 @@ class TinyONNConfig(PretrainedConfig):  # type: ignore[misc]  # transformers is 
         return text
 
 
+_KINDS = {*transformers.configuration_utils.ALLOWED_LAYER_TYPES}
+
+
 def _share(key: str) -> property:
     """A property that reads and writes this attribute of `dense`."""
 
     def read(self: TinyONNConfig) -> Any:  # noqa: ANN401
         try:
-            return getattr(self._owner(key), key)
+            found = getattr(self._owner(key), key)
         except Exception as error:  # some keys have a value for each layer, and their error is no AttributeError
             raise AttributeError(key) from error
+        if key == "layer_types" and not _KINDS.issuperset(found or ()):
+            raise AttributeError(key)  # kinds of a family's own, as Nemotron-H's, that only its own class may have
+        return found
 
     def write(self: TinyONNConfig, value: Any) -> None:  # noqa: ANN401
         setattr(self._owner(key), key, value)

@@ -158,14 +158,15 @@ def follow_ffns(
     """
     fidelities, ffns = dict[int, LayerFidelity](), ffn_modules(dense)
     read = iter(batches[workers.rank :: workers.world])
+    carved_layers = [layer for layer in range(len(ffns)) if layer not in shape.dense_layers]
     rows_N: Tensor
 
     def on_ffn(layer: int, x_BTD: Tensor, output_BTD: Tensor) -> None:
         nonlocal rows_N
-        if layer == 0:
-            rows_N = next(read).rows(x_BTD.device)
         if layer in shape.dense_layers:
             return
+        if layer == carved_layers[0]:
+            rows_N = next(read).rows(x_BTD.device)
         facts = facts_of(layer, DenseFFN.of(ffns[layer], x_BTD))
         if layer not in fidelities:
             fidelities[layer] = LayerFidelity.start(facts)
@@ -177,10 +178,9 @@ def follow_ffns(
         losses = measure_losses({"dense": dense, "carved": carved}, batches, workers)
     watch.remove()
     results = [LayerResult(0.0, 1.0, 1.0, 0, [1.0] * shape.experts)] * len(ffns)  # as of layers that stay dense
-    for layer in range(len(ffns)):
-        if layer not in shape.dense_layers:
-            unread = LayerFidelity(torch.zeros(shape.experts), None, torch.zeros(3))
-            results[layer] = fidelities.get(layer, unread).result(workers)
+    for layer in carved_layers:
+        unread = LayerFidelity(torch.zeros(shape.experts), None, torch.zeros(3))
+        results[layer] = fidelities.get(layer, unread).result(workers)
     return losses, results
 
 

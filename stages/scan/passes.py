@@ -157,6 +157,9 @@ class Scanner:
             self.parameters.scanner.name_samples(batch.names, self.parameters.source)
         width = max(mlp.down_proj.in_features for mlp in self.mlps)
         sums = BatchSums(len(self.mlps), width, batch.attention_mask.bool(), slots_BT, self.settings)
+        for layer in (layer for layer, mlp in enumerate(self.mlps) if not mlp.down_proj.in_features):
+            device = self.model.get_input_embeddings().weight.device  # type: ignore[operator]
+            sums.add_hidden(layer, torch.zeros(*batch.input_ids.shape, 0, device=device))  # no FFN, nothing calls it
         rounded = rounded_products(on=["cpu"])
         if self.settings.gradients:
             with rounded, probe_gradients(self.mlps, sums.add_gradients), torch.enable_grad():

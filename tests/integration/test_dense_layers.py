@@ -1,14 +1,18 @@
 """A chain with a layer that stays dense: no stage cuts, fits or counts it; and the layers that auto keeps."""
 
+import json
+
 import torch
 from integration.carving import published, words_of_pico
 from omegaconf import OmegaConf
 from pico import edited_tensors, write_pico
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+from zoo.checkpoints import write_checkpoint
 
 from pipeline.artifacts import Manifest
 from pipeline.cli import run_command
-from stages.artifacts.carve import Partition, Routers
+from stages.artifacts.carve import NeuronStatistics, Partition, Routers
 from stages.artifacts.tensor_file import layer_file
 
 
@@ -55,3 +59,24 @@ def test_auto_keeps_the_layers_that_cost_most(text, tmp_path, capsys):
     runs = [*latest.resolve().parent.iterdir()]
     assert run_command([*words, "fresh=true"]) == 0  # measures nothing again
     assert len([*latest.resolve().parent.iterdir()]) == len(runs) + 1
+
+
+def test_layers_without_an_ffn_stay_as_they_are(text, tmp_path, capsys):
+    """Of Nemotron-H, each layer is Mamba, attention or an FFN; tensors and settings have the names of its own files."""
+    source = write_checkpoint("nemotron_h_dense", tmp_path / "nemotron")
+    weights = load_file(source / "model.safetensors")
+    config = json.loads((source / "config.json").read_text())
+    assert config.pop("layers_block_type") == ["linear_attention", "mlp", "full_attention", "mlp"]
+    config |= {"hybrid_override_pattern": "M-*-", "num_hidden_layers": 4}
+    (source / "config.json").write_text(json.dumps(config))
+    words = [*words_of_pico(source, text), f"output_dir={tmp_path}/outputs", "cluster.map=none", "scan=parameters"]
+    assert run_command([*words, "project.gradient_tokens=400", "evaluate.samples=1"]) == 0
+    assert "no FFN      in 2 of 4 layers" in capsys.readouterr().out
+    statistics = NeuronStatistics.load(published(tmp_path / "outputs", "scan", "nemotron"))
+    assert [bool(rows.any()) for rows in statistics.sum_abs] == [False, True, False, True]
+    assert Partition.load(published(tmp_path / "outputs", "cluster", "nemotron")).carved_layers == [1, 3]
+    checkpoint = tmp_path / "outputs/latest/checkpoint"
+    carve = AutoModelForCausalLM.from_pretrained(checkpoint)
+    kept = {name: tensor for name, tensor in carve.state_dict().items() if ".layers.0." in name or ".layers.2." in name}
+    assert kept
+    assert all(torch.equal(tensor, weights[name.replace("model.", "backbone.")]) for name, tensor in kept.items())

@@ -195,7 +195,7 @@ def describe_with(ffns):
     model = build_empty(config)
     with torch.device("meta"):
         for layer, kind in zip(model.model.layers, ffns, strict=True):
-            layer.mlp = Odd(kind) if isinstance(kind, str) else Odd("", width=kind)
+            layer.mlp = Odd(kind) if isinstance(kind, str) else Odd("", width=kind) if kind else torch.nn.Identity()
     return describe_model(model, {}, {})
 
 
@@ -209,6 +209,8 @@ def describe_with(ffns):
         (["twice", "twice"], "does not use each of its matrices once"),
         ([40, "scaled", 48], "the layers' FFNs differ, and not by their width alone"),
         ([40, "sum", 40], "what its last matrix reads is not act"),
+        ([None, None], "no FFN is found: no module of it has two or three Linear layers"),
+        ([None, "sum", None], "what its last matrix reads is not act"),
     ],
 )
 def test_what_only_looks_like_a_gated_ffn_is_refused(ffns, why):
@@ -217,6 +219,8 @@ def test_what_only_looks_like_a_gated_ffn_is_refused(ffns, why):
     assert describe_with(["", ""]).width == 40
     two_widths = describe_with([40, 48, 40])
     assert (two_widths.width, two_widths.narrow) == (48, {0: 40, 2: 40})
+    hybrid = describe_with([None, 40, None])
+    assert (hybrid.narrow, hybrid.lacking, [*map(hybrid.has_ffn, range(3))]) == ({0: 0, 2: 0}, 2, [False, True, False])
     assert describe_with(["scaled"]).ffn.down_scale == pytest.approx(3)
 
 
