@@ -360,7 +360,7 @@ def release_freed_memory() -> None:
     gc.collect()
     torch.cuda.empty_cache()  # does nothing before the first use of a GPU
     with suppress(AttributeError):
-        if torch.cuda.is_initialized():
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch._C._host_emptyCache()  # pinned copies of weights
     with suppress(AttributeError):
         ctypes.CDLL(None).malloc_trim(0)

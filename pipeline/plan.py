@@ -181,7 +181,7 @@ def make_steps(checked: Checked) -> dict[str, Step]:
     text = pin_text(settings.data, text_key["sources"])
     texts = {True: sampled(text), False: text}  # one object for all stages, so that its text is tokenized once
     training = training_text(settings)
-    training_key = {} if training is None else training_cache_key(training, hash_of)
+    training_key = {} if training is None else text_cache_key(training, hash_of, fixed_heldout=True)
     if training is not None:
         pinned = pin_text(training, training_key["sources"])
         given["train"] = replace(settings.train, sources=pinned.sources)
@@ -213,9 +213,12 @@ def make_steps(checked: Checked) -> dict[str, Step]:
     return steps
 
 
-def training_cache_key(training: TrainingData, hash_of: FileHashes) -> dict[str, object]:
-    """`data_cache_key` of a training's own text; what the held-out text excludes from it, the key of `data` covers."""
-    return data_cache_key(replace(training, heldout_path=None), hash_of)
+def text_cache_key(data: DataConfig, hash_of: FileHashes, *, fixed_heldout: bool) -> dict[str, object]:
+    """What the text of a stage depends on. Of a training's own text, the key of `data` covers what is held out."""
+    if isinstance(data, TrainingData):
+        return data_cache_key(replace(data, heldout_path=None), hash_of)
+    key = data_cache_key(data, hash_of)
+    return key if fixed_heldout else calibration_cache_key(data, key, hash_of.recall)
 
 
 def pin_text(data: DataConfig, keys: Any) -> DataConfig:  # noqa: ANN401 - of `data_cache_key`, one per source
@@ -262,13 +265,10 @@ def check_sources(step: Step, hash_of: FileHashes, *, done: bool) -> None:
         if any(source.kind == "hub" for source in list_sources(text, "calibration")):
             continue
         try:
-            own = isinstance(text, TrainingData)
-            found = training_cache_key(text, hash_of) if own else data_cache_key(text, hash_of)
-            if not own and not step.stage.fixed_heldout:
-                found = calibration_cache_key(text, found, hash_of.recall)
+            unchanged = text_cache_key(text, hash_of, fixed_heldout=step.stage.fixed_heldout) == planned[text.node]
         except DataError:  # removed
-            found = {}
-        if found == planned[text.node]:
+            unchanged = False
+        if unchanged:
             continue
         what = "files of the text were changed during this run: its stages would read two texts"
         if not done:

@@ -164,8 +164,8 @@ def _join_parts(content: object, place: str) -> object:
     """Content in parts, as of OpenAI's API, as one text. Raises DataError: there is something else than text."""
     if not isinstance(content, list):
         return content
-    texts = [part.get("text") if isinstance(part, Mapping) else None for part in content]
-    if not all(isinstance(text, str) for text in texts):
+    texts = [part["text"] for part in content if isinstance(part, Mapping) and isinstance(part.get("text"), str)]
+    if len(texts) < len(content):
         raise DataError("a message has parts that are no text", where=place, do="leave this conversation out")
     return "".join(texts)
 
