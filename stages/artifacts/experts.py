@@ -44,19 +44,16 @@ ROUTED = ("gate_END", "up_END", "down_EDN")
 def load_pool(folder: Path, layers: int, device: torch.device) -> list[ExpertWeights]:
     """For every layer, all experts of the pool in fp32 and the layer's always-on neurons. Raises ContractError.
 
-    Memory: the whole pool once, and one of its projections twice while they are joined; the layers share it.
+    Memory: the whole pool, twice while it is joined; the layers share it.
     """
     return join_pool([load_layer(folder, layer).to(device, torch.float32) for layer in range(layers)])
 
 
 def join_pool(parts: Sequence[ExpertWeights]) -> list[ExpertWeights]:
     """Concatenate the layers' experts; all layers share the resulting tensors."""
-    joined, giving = [*parts], [len(part.gate_END) > 0 for part in parts]  # empty stacks have no width to concatenate
-    del parts
-    for name in ROUTED:  # one by one: each frees the layers' own, unless the caller holds them
-        whole = torch.cat([getattr(part, name) for part, gives in zip(joined, giving, strict=True) if gives])
-        joined = [replace(part, **{name: whole}) for part in joined]
-    return joined
+    giving = [part for part in parts if len(part.gate_END)]  # empty stacks have no width to concatenate
+    pool = {name: torch.cat([getattr(part, name) for part in giving]) for name in ROUTED}
+    return [replace(part, **pool) for part in parts]
 
 
 class FormatSettings(Protocol):
