@@ -29,7 +29,7 @@ from stages.scan import passes
 
 NATIVE, OWN, REFUSED, FAILED, MISSING = "carved natively", "carved as TinyONN", "refused", "failed", "cannot be built"
 OUTCOMES = (NATIVE, OWN, REFUSED, FAILED, MISSING)
-TOLERANCE = 1e-5  # standard deviations of the dense model's logits, where its own noise is not larger
+TOLERANCE = 2e-5  # standard deviations of the dense model's logits; rounding in fp32 reaches 1.4e-5 with an image
 PATIENCE = 120  # seconds to build and carve a type
 
 # 4 experts, all of them on; constant gates, and weights as they were cut.
