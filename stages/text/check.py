@@ -106,7 +106,7 @@ def check_template(data: DataConfig, folder: Path, *, heldout: bool) -> list[Use
             continue
         with suppress(DataError):  # `check_data` reports it
             if (first := next(read_documents(source), None)) and first.messages:
-                what = f"the {source.role} text is conversations, and the tokenizer has no chat template"
+                what = f"the {source.use} text is conversations, and the tokenizer has no chat template"
                 do = f"{source.place}.chat_template=plain or =FILE, or an instruction-tuned model"
                 errors.append(DataError(what, where=f"{first.name}, tokenizer {folder}", do=do))
     return errors

@@ -106,6 +106,11 @@ class Source(DataConfig):
     without_text: list[str] = field(default_factory=list, compare=False)
 
     @property
+    def use(self) -> str:
+        """What its text is for, in words."""
+        return "training" if self.place.startswith(f"{TrainingData.node}.") else self.role
+
+    @property
     def title(self) -> str:
         """The source in tables, logs and errors."""
         titles = {

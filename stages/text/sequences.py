@@ -117,7 +117,7 @@ def require_sequences(text: LoadedText, source: Source) -> None:
     if not text.skipped:
         raise describe_emptiness(source)
     where = f"{source.title}, {source.place}.labels={source.labels}, data.max_length={source.max_length}"
-    what = f"the {source.role} text has no usable sequence: {'; '.join(describe_skipped(text.skipped))}"
+    what = f"the {source.use} text has no usable sequence: {'; '.join(describe_skipped(text.skipped))}"
     raise DataError(what, where=where, do=", or ".join(REMEDIES[fault] for fault in text.skipped))
 
 
@@ -196,10 +196,10 @@ def _load_source(source: Source, documents: Iterable[Document], tokenizer: PreTr
     require_sequences(text, source)
     require_embeddings(text.sequences, tokenizer)
     for note in describe_skipped(text.skipped):
-        logger.warning("%s text: %s", source.role, note)
+        logger.warning("%s text: %s", source.use, note)
     counts = text.tokens, source.tokens, len(text.sequences)
     files = describe_files(source) if source.kind == "text" else ""
-    logger.info("%s text: %d of %d tokens, %d sequences of %s%s", source.role, *counts, source.title, files)
+    logger.info("%s text: %d of %d tokens, %d sequences of %s%s", source.use, *counts, source.title, files)
     return text
 
 
@@ -238,7 +238,7 @@ def mix(parts: Sequence[tuple[Source, LoadedText]], answer: int = 0) -> LoadedTe
         found = count / sum(counts)
         if abs(found - source.share) > 0.1 * source.share:
             message = "%s text: source %s has %.1f%% of the tokens, and its share is %.1f%%"
-            logger.warning(message, source.role, source.title, 100 * found, 100 * source.share)
+            logger.warning(message, source.use, source.title, 100 * found, 100 * source.share)
         end = 0
         for sequence in text.sequences:
             # The position of its middle within its source, divided by the share.

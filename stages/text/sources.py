@@ -52,7 +52,7 @@ def read_documents(source: Source) -> Iterator[Document]:
 
 def describe_emptiness(source: Source) -> DataError:
     """The error for a source without a document in its split."""
-    what, where = f"no document is left for the {source.role} text", f"{source.role} text of {source.title}"
+    what, where = f"no document is left for the {source.use} text", f"{source.use} text of {source.title}"
     if source.without_text:
         what += f", and {len(source.without_text)} records have their text in other columns"
         do = f"name one of them: {source.place}.text_column= or {source.place}.messages_column="
