@@ -121,7 +121,15 @@ def _word_errors(word: str, options: dict[str, list[str]], *, sweep: bool) -> It
         elif fault := _type_fault(key, value):
             what = fault if fault.startswith(f"{key}=") else f"{key}={value}: {fault}"
             meant = next((as_word(other) for other in other_values(value) if not _value_faults(key, other, spec)), None)
-            yield ConfigError(what, where=WHERE, do=f"{key}={default_text(spec) if meant is None else meant}")
+            do = _default_word(key, spec) if meant is None else f"{key}={meant}"
+            yield ConfigError(what, where=WHERE, do=do)
+
+
+def _default_word(key: str, spec: Field[Any]) -> str:
+    """The word for a setting's default; for a list of sources, an example and the keys of its items."""
+    keys = [name.removeprefix(f"{key}.0.") for name in _ITEM_FIELDS if name.startswith(f"{key}.0.")]
+    example = f"'{key}=[{{path:FILE_OR_FOLDER,share:1}}]'; an item may have {', '.join(keys)}"
+    return example if keys else f"{key}={default_text(spec)}"
 
 
 def _hydra_errors(key: str, value: str) -> Iterator[ConfigError]:

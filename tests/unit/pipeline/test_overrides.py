@@ -47,6 +47,11 @@ def test_a_slip_is_named_with_its_remedy(word, what, do):
     assert text.endswith(f"\n  do:    {do}")
 
 
+def test_a_slip_in_a_source_names_the_keys_of_sources():
+    (text,) = texts("train.sources=[{path:a.jsonl,sahre:1}]")
+    assert "'train.sources=[{path:FILE_OR_FOLDER,share:1}]'; an item may have share, path, name," in text
+
+
 def test_every_value_of_a_sweep_is_checked():
     assert texts("experts=8,16", "score=s_p,wanda", "store=glob([l*,r*],exclude=redis)", sweep=True) == []
     many, few = texts("experts=8,many,few", "seed=range(0,3)", sweep=True)
