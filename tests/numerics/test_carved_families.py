@@ -26,9 +26,12 @@ FAST = {
 
 
 def cut(dense, top_k):
-    """All neurons in E experts behind random routers."""
+    """For each layer all neurons in E experts behind random routers."""
     generator = torch.Generator().manual_seed(1)
     for mlp in ffn_modules(dense):
+        if not mlp.down_proj.in_features:  # a layer without an FFN
+            yield None
+            continue
         ffn = DenseFFN.of(mlp, torch.zeros(0))
         rows_ED = 0.05 * torch.randn(E, ffn.gate_FD.shape[1], generator=generator)
         neurons_EN, none = torch.arange(ffn.width).view(E, -1), torch.arange(0)
