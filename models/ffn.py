@@ -20,8 +20,6 @@ from models.structure import decoder_layers, ffn_plan
 from models.targets.config import MOE_TARGETS
 from models.tiny_onn.sparse_ffn import find_activation
 
-_SEPARATED = {f"{part}_proj" for part in PROJECTIONS}
-
 
 def ffn_modules(dense: PreTrainedModel) -> list[GatedFFN]:
     """The gated FFNs of a dense model in layer order; `separate_ffns` has given them the names of a GatedFFN.
@@ -37,8 +35,9 @@ def ffn_modules(dense: PreTrainedModel) -> list[GatedFFN]:
 
 
 def _has_ffn(layer: nn.Module, plan: FFNPlan) -> bool:
-    names = {name.removeprefix(f"{plan.path}.") for name, _ in layer.named_modules()}
-    return any(names.issuperset(own) for own in ({plan.rows(part).linear for part in PROJECTIONS}, _SEPARATED))
+    names = {name for name, _ in layer.named_modules()}
+    stored, separated = ({plan.rows(part).linear for part in PROJECTIONS}, {f"{part}_proj" for part in PROJECTIONS})
+    return any(names.issuperset(f"{plan.path}.{name}" for name in own) for own in (stored, separated))
 
 
 def _no_neurons(hidden: int) -> Any:  # noqa: ANN401 - a GatedFFN of modules that are no Linear
@@ -85,8 +84,10 @@ def separate_ffns(model: PreTrainedModel) -> None:
     if (plan.gate, plan.up, plan.down, plan.act) == (Rows("gate_proj"), Rows("up_proj"), "down_proj", "act_fn"):
         return
     for index, layer in enumerate(decoder_layers(model)[1]):
+        if not _has_ffn(layer, plan):
+            continue
         ffn = layer.get_submodule(plan.path)
-        if isinstance(ffn, _Separated) or not _has_ffn(layer, plan):
+        if isinstance(ffn, _Separated):
             continue
         separated = _Separated(find_activation(plan.act, ffn))
         for part in PROJECTIONS:

@@ -371,11 +371,11 @@ class LayerStream(AbstractContextManager["LayerStream"]):
             for name, tensor in weights.items():
                 _put(module, name.removeprefix(prefix), send(tensor, self.device, torch.float32))
             _move_buffers(module, self.device, recurse=True)
-            made = [self._ffn(module if decoder.has_ffn(index) else None, ffn)]
+            has_ffn = decoder.has_ffn(index)
+            made = [self._ffn(module if has_ffn else None, ffn)]
             del weights, ffn
             # Only the caller holds the FFN, and may delete it from the layer.
             yield StreamLayer(self, index, module, made.pop())
-            has_ffn = decoder.has_ffn(index)
             if has_ffn:
                 del module.get_submodule(decoder.ffn.path).forward  # it holds the StreamLayer, and so the FFN
             for name, parameter in [*module.named_parameters()]:

@@ -198,7 +198,7 @@ def _error(what: str, where: str) -> CheckpointError:
 def _common_plan(layers: nn.ModuleList, hidden: int) -> tuple[FFNPlan, int]:
     """The FFN of all layers, at most as wide, and its input width. Raises CheckpointError: a layer has another."""
     reasons: dict[str, list[int]] = {}
-    without: list[int] = []  # such as Nemotron-H's, each of which is attention, Mamba or an FFN
+    without: list[int] = []  # layers that are attention or Mamba alone, as in Nemotron-H
     plans: dict[tuple[FFNPlan, int], list[int]] = {}
     owners: dict[int, int] = {}
     known: dict[str, tuple[FFNPlan, int] | str | None] = {}

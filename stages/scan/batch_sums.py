@@ -1,6 +1,6 @@
 """The sums of a scan: how strongly and how often each neuron fires, its Taylor score and gradients."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -194,14 +194,15 @@ class BatchSums:
             found.rows_8F[:, ROWS[f"grad_norm_{name}"]] = norms_LBF.double().sum(1)
             found.totals_B.add_(norms_LBF.sum(2))
 
-    def join(self, losses_B: Float[Tensor, "B"]) -> "ScannedBatch":
-        """The sums of all layers, on the device of the losses."""
+    def join(self, losses_B: Float[Tensor, "B"], without: Collection[int] = ()) -> "ScannedBatch":
+        """The sums of all layers, on the device of the losses; zeros of layers `without` an FFN."""
         if self._waiting:
             self._add_waiting()
-        parts = [part for part in self.layers if part is not None]
-        if idle := [str(layer) for layer, part in enumerate(self.layers) if part is None]:
+        if idle := [str(layer) for layer, part in enumerate(self.layers) if part is None and layer not in without]:
             what, do = "the model does not run these layers on text alone", "choose a model whose layers all read text"
             raise CheckpointError(what, where=f"layer {', '.join(idle)}", do=do)
+        zeros = LayerSums(*map(torch.zeros_like, next(part for part in self.layers if part)))
+        parts = [part or zeros for part in self.layers]
         rows_L8F, bits_LRf, totals_LB = (
             torch.stack([tensor.to(losses_B.device) for tensor in kind]) for kind in zip(*parts, strict=True)
         )

@@ -157,9 +157,6 @@ class Scanner:
             self.parameters.scanner.name_samples(batch.names, self.parameters.source)
         width = max(mlp.down_proj.in_features for mlp in self.mlps)
         sums = BatchSums(len(self.mlps), width, batch.attention_mask.bool(), slots_BT, self.settings)
-        for layer in (layer for layer, mlp in enumerate(self.mlps) if not mlp.down_proj.in_features):
-            device = self.model.get_input_embeddings().weight.device  # type: ignore[operator]
-            sums.add_hidden(layer, torch.zeros(*batch.input_ids.shape, 0, device=device))  # no FFN, nothing calls it
         rounded = rounded_products(on=["cpu"])
         if self.settings.gradients:
             with rounded, probe_gradients(self.mlps, sums.add_gradients), torch.enable_grad():
@@ -168,7 +165,8 @@ class Scanner:
         else:
             with rounded, probe_hidden(self.mlps, sums.add_hidden), torch.no_grad():
                 losses_B = forward_losses(self.model, batch)
-        return sums.join(losses_B.detach())
+        without = {layer for layer, mlp in enumerate(self.mlps) if not mlp.down_proj.in_features}
+        return sums.join(losses_B.detach(), without)
 
 
 def draw_reservoir(total_tokens: int, size: int, seed: int) -> Int[Tensor, "M"]:

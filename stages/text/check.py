@@ -8,7 +8,7 @@ from typing import Any
 
 from instruments.errors import ConfigError, DataError, UserError
 from stages.text.config import KINDS, DataConfig, Split, TrainingData, list_sources
-from stages.text.sources import describe_emptiness, find_template_file, read_documents
+from stages.text.sources import describe_emptiness, describe_missing_template, find_template_file, read_documents
 
 # Kind of text → the setting that it needs, and an example.
 NEEDED = {
@@ -106,9 +106,7 @@ def check_template(data: DataConfig, folder: Path, *, heldout: bool) -> list[Use
             continue
         with suppress(DataError):  # `check_data` reports it
             if (first := next(read_documents(source), None)) and first.messages:
-                what = f"the {source.use} text is conversations, and the tokenizer has no chat template"
-                do = f"{source.place}.chat_template=plain or =FILE, or an instruction-tuned model"
-                errors.append(DataError(what, where=f"{first.name}, tokenizer {folder}", do=do))
+                errors.append(describe_missing_template(source, f"{first.name}, tokenizer {folder}"))
     return errors
 
 

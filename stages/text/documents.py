@@ -42,17 +42,8 @@ class Document:
         """8-byte hash of the content; copies of a document have the same, also with other line ends."""
         content = [self.messages, self.tools] if self.tools else self.messages
         if self.messages:
-            return digest_of(json.dumps(_with_plain_ends(content), sort_keys=True))
+            return digest_of(json.dumps(content, sort_keys=True).replace(r"\r\n", r"\n"))  # as JSON writes line ends
         return digest_of(self.text.replace("\r\n", "\n").strip())
-
-
-def _with_plain_ends(value: Any) -> Any:  # noqa: ANN401 - of JSON
-    """The value with the line ends of Unix."""
-    if isinstance(value, Mapping):
-        return {key: _with_plain_ends(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_with_plain_ends(inner) for inner in value]
-    return value.replace("\r\n", "\n") if isinstance(value, str) else value
 
 
 def digest_of(text: str) -> bytes:
@@ -113,10 +104,11 @@ def _known_conversation(record: Mapping[str, Any], where: str, source: Source) -
         return record["conversations"]
     answers = [name for name in ("output", "completion", "response") if name in record]
     answer = _one_of(record, answers, where, source)
-    prompt = record.get("instruction")
-    if not isinstance(prompt, str) or prompt.strip() not in str(record.get("prompt")) or not prompt.strip():
-        # In copies of Alpaca, `prompt` repeats instruction, input and output.
-        prompt = (_one_of(record, ("instruction", "prompt"), where, source) if answers else None) or prompt
+    said = None if "instruction" in source.ignored_fields else record.get("instruction")
+    # In copies of Alpaca, `prompt` repeats instruction, input and output.
+    repeated = isinstance(said, str) and said.strip() and said.strip() in str(record.get("prompt"))
+    asked = ("instruction",) if repeated else ("instruction", "prompt")
+    prompt = (_one_of(record, asked, where, source) if answers else None) or said
     if isinstance(prompt, list) and isinstance(answer, list):
         return prompt + answer
     if not isinstance(prompt, str) or not isinstance(answer, str | None) or not answers:

@@ -76,6 +76,14 @@ def find_template_file(source: Source) -> Path | None:
     raise DataError(f"there is no file {path}", where=f"setting {setting}, from working folder {Path.cwd()}", do=do)
 
 
+def describe_missing_template(source: Source, where: str) -> DataError:
+    """The error for conversations of a model without a chat template."""
+    what = f"the {source.use} text is conversations, and the tokenizer has no chat template to render them with"
+    setting = f"{source.place}.chat_template"
+    do = f"an instruction-tuned model, {setting}={PLAIN_TEMPLATE} or =FILE, or plain text: data.text_column="
+    return DataError(what, where=where, do=do)
+
+
 def read_template(file: Path, source: Source) -> str:
     """The chat template in a file. Raises DataError: it cannot be read."""
     try:

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from instruments.errors import DataError
 from stages.text.config import PLAIN_TEMPLATE, Source
 from stages.text.documents import TEXT_FIELDS, Document, Message
-from stages.text.sources import find_template_file, read_template
+from stages.text.sources import describe_missing_template, find_template_file, read_template
 
 # Before a template that writes today's date: tomorrow it would give other tokens, and a killed scan could not go on.
 FIXED_DATE = "{%- macro strftime_now(format) -%}26 Jul 2024{%- endmacro %}\n"
@@ -169,9 +169,7 @@ def _find_template(tokenizer: PreTrainedTokenizerBase, source: Source, tools: bo
     if named:
         what, do = "the tokenizer has several chat templates and no default", f"{setting}= of: {', '.join(named)}"
         raise DataError(what, where=where, do=do)
-    what = "the text is conversations, and the tokenizer has no chat template to render them with"
-    do = f"an instruction-tuned model, {setting}={PLAIN_TEMPLATE} or =FILE, or plain text: data.text_column="
-    raise DataError(what, where=where, do=do)
+    raise describe_missing_template(source, where)
 
 
 def _parts(message: Message, place: str) -> Iterator[tuple[str, bool]]:
