@@ -208,6 +208,7 @@ def run_scenario(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize("fails", [True, False])
 def test_the_scenario_of_a_layer_that_fails_in_half_precision(run_scenario, fails):
+    torch.manual_seed(0)  # with some weights the queries stay below the limit of float16
     model = tiny_llama(layers=3)
     if fails:
         model.model.layers[1].self_attn.q_proj.weight.data.fill_(3e4)  # queries beyond float16
